@@ -135,7 +135,7 @@ struct AutoValues {
 // place marked). All errors of the text are reported in one Error (kInvalidArgument), in the order of the text. What
 // has no effect, and what "auto" became, goes to the log. Relative paths are taken as they are. `ranks`: how many train
 // by it together, DeepSpeed's world size. train_batch_size counts the rows of all ranks; the Config that is returned is
-// one rank's.
+// one rank's. 0: nobody trains by it: rows, micro-batches and the schedule keep their defaults, and are not checked.
 Config config_from_json(std::string_view text, const std::string& name, const AutoValues& automatic = {},
                         std::uint32_t ranks = 1);
 // `overlay`, unless empty, is a second file, with the sections "aio" and "spillway" alone, that is put over the first,

@@ -75,6 +75,7 @@ void finalize_sum_groups(const ConfigDraft& draft, const KeyPlaces& places, cons
 // Any of the three may be missing, but one of the two sizes must be there: DeepSpeed's rule (runtime/config.py,
 // _set_batch_related_parameters). DeepSpeed rounds a quotient down and then finds the contradiction.
 void finalize_batch(ConfigDraft& draft, const KeyPlaces& places, const ReportAt& report) {
+  if (draft.ranks == 0) return;
   if (is_wrong(places, "train_batch_size", draft.train_batch.has_value()) ||
       is_wrong(places, "train_micro_batch_size_per_gpu", draft.micro_batch.has_value()) ||
       is_wrong(places, "gradient_accumulation_steps", draft.accumulation.has_value())) {
@@ -224,6 +225,10 @@ std::string_view name_of(ScheduleKind kind) {
 void finalize_schedule(ConfigDraft& draft, const KeyPlaces& places, const ReportAt& report) {
   if (!places.contains("scheduler")) return;
   ScheduleConfig& schedule = draft.config.schedule;
+  if (draft.ranks == 0) {
+    schedule = {};
+    return;
+  }
   if (schedule.kind == ScheduleKind::kConstant) {
     const auto& allowed = find_config_key("scheduler.type")->allowed;
     const bool missing = !places.contains("scheduler.type");

@@ -15,9 +15,14 @@ void append(std::string& list, std::string_view item, std::string_view between =
   list += item;
 }
 
+// What no text is read for where nobody trains: how many rows and steps there are.
+bool is_of_training(std::string_view path) {
+  return path.starts_with("train_") || path == "gradient_accumulation_steps" || path.starts_with("scheduler.");
+}
+
 // What a run should not find out by surprise: keys that do nothing, names of another time, what "auto" became, and what
 // an overlay has decided. A sweep writes its overlay for DeepSpeed as well, with keys of that queue.
-void log_notes(const EffectiveConfig& effective) {
+void log_notes(const EffectiveConfig& effective, std::uint32_t ranks) {
   struct Notes {
     std::string idle, automatic, planned, renamed, overlaid;
   };
@@ -33,6 +38,8 @@ void log_notes(const EffectiveConfig& effective) {
     } else if (overlaid) {
       const std::string instead = key.replaced.empty() ? "" : " in place of " + key.replaced;
       append(of_file.overlaid, fmt::format("{} {}{}", key.name, key.value, instead), ", ");
+    } else if (key.origin == Origin::kAuto && ranks == 0 && is_of_training(key.key->path)) {
+      continue;
     } else if (key.origin == Origin::kAuto && key.value.empty()) {
       append(of_file.planned, key.name);
     } else if (key.origin == Origin::kAuto && key.value != std::to_string(kAnyTotalSteps)) {
@@ -61,14 +68,14 @@ Config config_from_json(std::string_view text, const std::string& name, const Au
 
 EffectiveConfig load_effective(std::span<const ConfigText> texts, const AutoValues& automatic, std::uint32_t ranks) {
   EffectiveConfig effective = read_config(texts, automatic, ranks);
-  log_notes(effective);
+  log_notes(effective, ranks);
   return effective;
 }
 
 Config load_config(const std::filesystem::path& file, const std::filesystem::path& overlay, const AutoValues& automatic,
                    std::uint32_t ranks) {
   EffectiveConfig effective = read_config_files(file, overlay, automatic, ranks);
-  log_notes(effective);
+  log_notes(effective, ranks);
   return std::move(effective.config);
 }
 

@@ -61,7 +61,7 @@ inline constexpr auto kOptimizerTypes = [] {
 // What the rows fill: the configuration, and what several keys decide together (see check.h).
 struct ConfigDraft {
   Config config;
-  std::uint32_t ranks = 1;  // that share the batch
+  std::uint32_t ranks = 1;  // that share the batch; 0: nobody trains
   std::optional<std::uint64_t> train_batch, micro_batch, accumulation, stage;
   std::uint64_t optimizer_type = 0;  // of kOptimizerTypes
   bool adam_w_mode = true, torch_adam = false;

@@ -3,6 +3,7 @@ a fine-tune has learned. tests/references/generated*.jsonl were made by tools/co
 import json
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -231,6 +232,35 @@ class Sources(GenerateTest):
         self.assertEqual(before, (store / "spillway.store").read_bytes(), "nothing is written to it any more")
         other = self.place.init_model()
         self.assert_refused(self.generate(other, "--ids", "--prompt", "1", *how), "kept", "of another model")
+
+    def test_WhatAConfigurationSaysOfTrainingHasNoEffect(self):
+        model = self.place.init_model()
+        prompt = ("--ids", "--prompt", "1 2 3", "--tokens", 4, "--past-end")
+        wanted = self.tokens(model, [1, 2, 3], *prompt[3:])
+
+        def check(config, *more):
+            done = self.generate(model, *prompt, "--config", config, *more)
+            self.assert_done(done)
+            self.assertEqual(wanted, [int(word) for word in done.out.split()])
+            return done.err
+
+        several = {"train_batch_size": 4}  # rows of four ranks
+        decay = {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto", "warmup_num_steps": 10}}}
+        groups = [{"parameters": ["no.such.*"], "lr": 1e-4}, {"parameters": ["*.bias"], "weight_decay": 0}]
+        for parameters in ("cpu", "nvme"):
+            with self.subTest(parameters=parameters):
+                said = check(self.config(parameters=parameters))
+                check(self.config(parameters=parameters, **several))
+                check(self.config(parameters=parameters, spillway_section={"sum_groups": 4}))
+                check(self.config(parameters=parameters, spillway_section={"parameter_groups": groups}))
+                told = check(self.config(parameters=parameters, **decay))
+                self.assertEqual([], re.findall("total_num_steps|warmup", told), said)
+                autos = dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu"), "auto")
+                self.assertNotIn("train_", check(self.config(parameters=parameters, **autos)))
+        other = self.place.folder / "other"
+        rates = {"nvme_paths": [str(self.place.nvme), str(other)], "nvme_rates": [1, 2]}
+        check(self.config(parameters="cpu", states="nvme", spillway_section=rates))
+        check(self.config(spillway_section=rates), "--store", self.place.folder / "kept")
 
     def test_ASeedDrawsTheSameTokensAndAnotherOneOthers(self):
         model = self.loud(REFERENCES[0])

@@ -131,13 +131,14 @@ class Run {
     if (options_.config.empty()) {
       config_.weights = source_.type();
     } else {
+      constexpr std::uint32_t kNobodyTrains = 0;  // ranks
       AutoValues automatic;
       automatic.hidden_size = trained_model(source_.config(), 1).width;
-      automatic.total_steps = 1;
-      config_ = load_config(options_.config, {}, automatic);
+      config_ = load_config(options_.config, {}, automatic, kNobodyTrains);
     }
     config_.micro_batch = config_.gradient_accumulation = config_.sum_groups = 1;
     config_.states = config_.parameters;  // there are none
+    config_.parameter_groups.clear();     // their names may be of tensors that are left out, or adapters'
     config_.threads = compute_threads(config_);
     place_ = config_.nvme_paths.empty() ? std::filesystem::temp_directory_path() : config_.nvme_paths[0];
     if (config_.parameters != Placement::kNvme) {
@@ -146,10 +147,12 @@ class Run {
                "say \"offload_param\": {\"device\": \"nvme\", …} there");
       }
       config_.nvme_paths.clear();
+      config_.nvme_rates.clear();
       return;
     }
     if (!options_.store.empty()) {
       config_.nvme_paths = {options_.store};
+      config_.nvme_rates.clear();
       config_.commit_every = 1;
       return;
     }

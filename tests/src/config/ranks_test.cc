@@ -90,6 +90,21 @@ TEST(ConfigRanks, AutoIsTheTrainersMicroBatchAsFarAsItDividesARanksRows) {
               HasSubstr("× 5 (ranks); it must be a multiple"));
 }
 
+TEST(ConfigRanks, WhereNobodyTrainsRowsAndStepsAreNotAskedFor) {
+  const CapturedLog log;
+  const std::string decay =
+      R"("scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto", "warmup_num_steps": 10}})";
+  for (const std::string& text :
+       {batch_text({8, 3, 1}), batch_text({0, 1, 1}, R"(, "spillway": {"sum_groups": 4})"), batch_text({0, 0, 2}),
+        batch_text({0, 1, 1}, ", " + decay), std::string(R"({"train_batch_size": "auto"})")}) {
+    const Config config = config_from_json(text, "c.json", {}, 0);
+    EXPECT_EQ(std::pair(config.micro_batch, config.gradient_accumulation), std::pair(1u, 1u)) << text;
+    EXPECT_EQ(config.schedule.kind, ScheduleKind::kConstant) << text;
+  }
+  EXPECT_THAT(log.lines, ::testing::IsEmpty());
+  EXPECT_THAT(refused_on(0, batch_text({0, 1, 1}, R"(, "gradient_clipping": -1)")), HasSubstr("gradient_clipping"));
+}
+
 TEST(ConfigRanks, PartsOfAStepAreAMultipleOfTheRanks) {
   const auto with_groups = [](std::uint64_t steps, std::uint32_t groups) {
     return batch_text({0, 1, steps}, fmt::format(", \"spillway\": {{\"sum_groups\": {}}}", groups));
