@@ -377,6 +377,23 @@ class Doctor(CliTest):
         self.assert_says(self.one(findings, "plan"), "skipped", "t5, which finetune does not train; spillway plan")
         self.assertIn("the arenas take 128 MiB", self.one(findings, "memory")["seen"])
 
+    def test_ADecoderOfAKindThatFinetuneDoesNotTrainIsJudgedByItsBudgets(self):
+        model = self.place.init_family("llama")
+        about = json.loads((model / "config.json").read_text())
+        (model / "config.json").write_text(json.dumps({**about, "lm_head_bias": True}))
+        findings = self.doctor("--config", self.place.config(), "--model", model, "--no-probe")
+        self.assert_says(self.one(findings, "plan"), "skipped", '"lm_head_bias".*; spillway plan says')
+
+    def test_WhatARunOfADecoderRefusesIsRefused(self):
+        model = self.place.init_family("llama")
+        for section in ({"slice_tokens": 64}, {"parameter_groups": [{"parameters": ["nothing.*"], "lr": 1e-4}]}):
+            with self.subTest(section=section):
+                config = self.place.config(spillway_section=section)
+                refused = spillway(*self.place.arguments(config, model, steps=1))
+                self.assert_refused(refused, f"spillway.{next(iter(section))}")
+                run = spillway("doctor", "--config", config, "--model", model, "--seq", 32, "--no-probe")
+                self.assertEqual((1, "", refused.err), (run.status, run.out, run.err))
+
     def test_WrongInputIsAnErrorOfItsOwn(self):
         for arguments, words in ((["--probe-seconds", "0"], ["--probe-seconds"]),
                                  (["--model", "x"], ["--model"]),

@@ -2,6 +2,8 @@
 
 #include <fmt/format.h>
 
+#include <optional>
+#include <utility>
 #include <vector>
 
 #include "kernels/devices.h"
@@ -20,6 +22,8 @@
 
 namespace spillway::doctor {
 namespace {
+
+constexpr const char* kNoPlan = "spillway plan says what a PyTorch loop takes";
 
 // As the engine makes it; operations of a device that this machine does not have take as much as those of the host.
 void plan(const RequirementOptions& options, models::TrainedModel model, Config config, const ChosenDevice& device,
@@ -67,18 +71,21 @@ RunRequirements requirements_of(const RequirementOptions& options) {
   if (!options.model.empty()) {
     const models::ConfigJson json = models::ConfigJson::load(options.model);
     const std::string family = json.text("model_type", "gpt2");
-    const char* const instead = "spillway plan says what a PyTorch loop takes";
+    std::optional<models::TrainedModel> model;
     if (family == "gpt2" || models::is_decoder(family)) {
       try {
-        plan(options, models::trained_model(json, options.sequence), config, device, required);
-        return required;
+        model = models::trained_model(json, options.sequence);
       } catch (const Error& error) {
         if (error.code() != Code::kInvalidArgument || family == "gpt2") throw;
-        required.no_plan = fmt::format("{}: {}; {}", error.parts().object, error.parts().happened, instead);
+        required.no_plan = fmt::format("{}: {}; {}", error.parts().object, error.parts().happened, kNoPlan);
       }
     } else {
       required.no_plan = fmt::format("{} is of the family {}, which finetune does not train; {}",
-                                     options.model.string(), family, instead);
+                                     options.model.string(), family, kNoPlan);
+    }
+    if (model) {
+      plan(options, std::move(*model), config, device, required);
+      return required;
     }
   }
   // Without a plan the budgets are all there is to know; a run may take less.
