@@ -4,7 +4,7 @@
 #include <numeric>
 #include <utility>
 
-#include "src/checkpoint/config_type.h"
+#include "spillway/config_type.h"
 #include "src/formats/plain_file.h"
 #include "src/plan/partition.h"
 

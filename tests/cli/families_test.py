@@ -8,7 +8,7 @@ import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from report import main  # noqa: E402
-from runs import EMULATED, ROOT, CliTest, sha256_of_model  # noqa: E402
+from runs import EMULATED, ROOT, CliTest, sha256_of_model, spillway  # noqa: E402
 
 STEPS = int(os.environ.get("SPILLWAY_STEPS", "20"))  # of the 20 that there are
 HALF = 2 if STEPS >= 4 else 1  # of the steps of a run whose bits are compared
@@ -39,6 +39,17 @@ def trains_like_transformers(family):
             self.check(family, dtype, data)
             (self.place.folder / family).rename(self.place.folder / f"{family}-{dtype}{data}")
     return test
+
+
+class NewModels(CliTest):
+    def test_AConfigurationNamesTheTypeOfTheTensors(self):
+        about = json.loads((ROOT / "tests/references/families/llama.json").read_text())
+        source = self.place.folder / "config.json"
+        source.write_text(json.dumps({**about, "torch_dtype": "bfloat16"}))
+        for dtype, name in (("fp32", "float32"), ("bf16", "bfloat16"), ("fp16", "float16")):
+            model = self.place.folder / dtype
+            self.assert_done(spillway("init-model", model, "--from", source, "--dtype", dtype))
+            self.assertEqual({**about, "torch_dtype": name}, json.loads((model / "config.json").read_text()))
 
 
 class LongRows(CliTest):

@@ -120,7 +120,7 @@ std::uint64_t init_model(const std::filesystem::path& directory, const TrainedMo
     }
     total += count;
   }
-  write_attachments(model, directory);
+  write_attachments(model, directory, type);
   writer.finish();
   return total;
 }

@@ -10,6 +10,7 @@
 #include <unordered_set>
 
 #include "spillway/bf16.h"
+#include "spillway/config_type.h"
 #include "spillway/error.h"
 #include "spillway/fp16.h"
 
@@ -158,11 +159,11 @@ WeightSource ModelWeights::source() {
   };
 }
 
-void write_attachments(const ModelDescription& model, const std::filesystem::path& directory) {
+void write_attachments(const ModelDescription& model, const std::filesystem::path& directory, DType type) {
   for (const auto& attachment : model.attachments) {
     const auto path = directory / attachment.name;
     std::ofstream file(path, std::ios::binary | std::ios::trunc);
-    file << attachment.text;
+    file << (attachment.name == "config.json" ? with_type(attachment.text, type) : attachment.text);
     file.close();
     if (!file) {
       throw Error(Code::kIo, {.object = path.string(),

@@ -28,7 +28,7 @@ class ModelWeights {
   const TensorEntry* tied_head_ = nullptr;                // in the file, and no parameter
 };
 
-// The small files that travel with a model; `directory` exists.
-void write_attachments(const ModelDescription& model, const std::filesystem::path& directory);
+// The small files that travel with a model, whose tensors have that type; `directory` exists.
+void write_attachments(const ModelDescription& model, const std::filesystem::path& directory, DType type);
 
 }  // namespace spillway::models

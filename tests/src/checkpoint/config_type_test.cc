@@ -1,4 +1,4 @@
-#include "src/checkpoint/config_type.h"
+#include "spillway/config_type.h"
 
 #include <gtest/gtest.h>
 
