@@ -18,7 +18,7 @@ import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from report import main  # noqa: E402
-from runs import BINARY, CRASH, CliTest, Run, memory_cgroup, mounted, spillway  # noqa: E402
+from runs import BINARY, CRASH, UNITS, CliTest, Run, memory_cgroup, mounted, spillway  # noqa: E402
 
 MIB = 1 << 20
 NOBODY = 65534
@@ -394,8 +394,29 @@ class Doctor(CliTest):
                 run = spillway("doctor", "--config", config, "--model", model, "--seq", 32, "--no-probe")
                 self.assertEqual((1, "", refused.err), (run.status, run.out, run.err))
 
+    def test_RanksThatTrainTogetherAreJudgedTogether(self):
+        model, config = self.place.init_model(), self.place.config(accumulation=1, train_batch_size=4)
+        run = ["--config", config, "--model", model, "--seq", 32, "--no-probe"]
+        refused = spillway("doctor", *run)
+        self.assert_refused(refused, "--ranks: was taken as 1; say --ranks N")
+        self.assertIn("train_batch_size: 4 is not 1 (micro batch) × 1 (accumulation) × 1 (rank)", refused.err)
+        findings = self.doctor(*run, "--ranks", 4)
+        self.assert_says(self.one(findings, "space", self.place.nvme), "ok", "; the stores of 4 ranks take ")
+        self.assert_says(self.one(findings, "memory"), "ok", "; the arenas of 4 ranks take ")
+        planned = spillway("plan", "--loop", "finetune", *run, "--ranks", 4, "--json")
+        size, unit = re.search(r" take ([0-9.]+) (\w+)$", self.one(findings, "space", self.place.nvme)["seen"]).groups()
+        self.assertAlmostEqual(1, float(size) * UNITS[unit] / json.loads(planned.out)["ranks"]["nvme"]["host_bytes"],
+                               delta=0.02)
+        # A wrong file is no question of ranks.
+        config = self.place.config(accumulation=1, train_batch_size=4, gradient_clipping=-1)
+        self.assertNotIn("--ranks", spillway("doctor", "--config", config).err)
+
     def test_WrongInputIsAnErrorOfItsOwn(self):
+        config = self.place.config()
         for arguments, words in ((["--probe-seconds", "0"], ["--probe-seconds"]),
+                                 (["--ranks", "0", "--config", config], ["--ranks", "from 1 to 65536"]),
+                                 (["--ranks", "--config", config], ["--ranks: has no number"]),
+                                 (["--ranks", "2"], ["--ranks: 2 of them train by a configuration"]),
                                  (["--model", "x"], ["--model"]),
                                  (["--config", "/does/not/exist.json"], ["/does/not/exist.json"])):
             with self.subTest(arguments=arguments):

@@ -139,6 +139,15 @@ class Plan(CliTest):
         self.assertGreater(slow["schedule"]["stall_seconds"]["network"], 0.5 * slow["step"]["seconds"])
         self.assertGreaterEqual(slow["step"]["seconds"], slow["schedule"]["busy_seconds"]["network"])
 
+    def test_AFileOfSeveralRanksIsSaidToNeedTheirNumber(self):
+        model = ["--model", self.place.init_model(), "--seq", 32, "--no-probe"]
+        for words in ({"train_batch_size": 4}, {"spillway_section": {"sum_groups": 4}}):
+            with self.subTest(words=words):
+                config = self.place.config(accumulation=1, **words)
+                self.assert_refused(spillway("plan", "--config", config, *model),
+                                    "--ranks: was taken as 1; say --ranks N if N processes train by the file together")
+                self.assert_done(spillway("plan", "--config", config, *model, "--ranks", 4))
+
     def test_NamesWhatIsWrongWithRanks(self):
         for words, said in ((["--ranks", "0"], '--ranks: "0" is not a whole number'),
                             (["--ranks", "2", "--ranks-per-host", "4"], "4 are more than the 2 ranks"),

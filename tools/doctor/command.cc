@@ -1,6 +1,9 @@
 #include "tools/terminal/commands.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
+#include <charconv>
 #include <cstdio>
 #include <memory>
 #include <optional>
@@ -23,23 +26,41 @@ namespace {
 struct DoctorOptions {
   std::vector<std::filesystem::path> paths;
   RequirementOptions required;
+  std::optional<std::string> ranks;  // how many; empty: as many as a launcher has started
   double probe_seconds = 5;
-  bool no_probe = false, json = false, ranks = false;
+  bool no_probe = false, json = false;
 };
+
+[[noreturn]] void refuse_ranks(std::string happened, std::string hint) {
+  throw Error(Code::kInvalidArgument,
+              {.object = "--ranks", .happened = std::move(happened), .errno_value = 0, .hint = std::move(hint)});
+}
+
+// Without a number it is about the processes of a launcher, with one about a run of a configuration.
+void check_ranks_option(const DoctorOptions& options) {
+  const bool configured = !options.required.config.empty();
+  if (!options.ranks) return;
+  if (options.ranks->empty() && (configured || !options.paths.empty()))
+    refuse_ranks("has no number, and looks at what mpirun has started alone",
+                 "say how many train by --config, or leave the rest out");
+  if (!options.ranks->empty() && !configured)
+    refuse_ranks(fmt::format("{} of them train by a configuration, and none is named", *options.ranks),
+                 "add --config, or leave the number out");
+}
 
 class Doctor {
  public:
   explicit Doctor(const DoctorOptions& options) : options_(options) {}
 
   int run() {
-    if (options_.ranks) {
+    if (options_.ranks && options_.ranks->empty()) {
       add(check_ranks());
       return findings_.empty() ? 0 : report();
     }
     probe_machine();
     if (!options_.paths.empty()) required_.paths = options_.paths;
     for (const auto& path : required_.paths) {
-      paths_.push_back(path_info(path, required_.engine));
+      paths_.push_back(path_info(path, required_.engine, required_.ranks));
       if (!probe(paths_.back())) return stopped();
     }
     add(check_paths(paths_, required_, nodes_));
@@ -186,14 +207,28 @@ void add_command(CLI::App& program, int& exit_code) {
       ->capture_default_str()
       ->excludes(no_probe);
   command->add_flag("--json", options.json, "Print it as JSON");
-  command->add_flag("--ranks", options.ranks, "Under mpirun: what its processes do together, and nothing else")
-      ->excludes(config)
-      ->excludes(command->get_option("paths"));
+  const CLI::Validator number = terminal::in_range(1u, 1u << 16);
+  command
+      ->add_option_function<std::string>(
+          "--ranks",
+          [kept](const std::string& text) {
+            kept->ranks = text;
+            if (!text.empty()) std::from_chars(text.data(), text.data() + text.size(), kept->required.ranks);
+          },
+          "With --config: so many processes train by it on this machine. Without a number, under mpirun: what its "
+          "processes do together, and nothing else")
+      ->transform(
+          CLI::Validator([number](std::string& text) { return text.empty() ? std::string() : number(text); }, ""))
+      ->expected(0, 1)
+      ->type_name("[N]");
   command->footer(
       "Example:\n  spillway doctor --config ds_config.json --model gpt2-medium\n\n"
       "Exit code: 0 all is well, 3 something makes training slower, 4 something breaks it, 1 an option or a file is "
       "wrong, 129, 130, 141 and 143 after SIGHUP, Ctrl-C, SIGPIPE and SIGTERM");
-  command->callback([kept, &exit_code] { exit_code = Doctor(*kept).run(); });
+  command->callback([kept, &exit_code] {
+    check_ranks_option(*kept);
+    exit_code = Doctor(*kept).run();
+  });
 }
 
 }  // namespace spillway::doctor

@@ -78,6 +78,10 @@ Finding check_lockable(const RingInfo& ring, const KernelInfo& kernel, const Run
                 price, lock_repair(kernel));
 }
 
+std::string of_ranks(const RunRequirements& required) {
+  return required.ranks == 1 ? "" : fmt::format(" of {} ranks", required.ranks);
+}
+
 Finding check_room(const MemoryInfo& memory, const RunRequirements& required) {
   std::string seen =
       fmt::format("{} available of {}", text_of_size(memory.available_bytes), text_of_size(memory.total_bytes));
@@ -87,15 +91,16 @@ Finding check_room(const MemoryInfo& memory, const RunRequirements& required) {
   }
   if (!required.memory_bytes) return ok("memory", seen);
   const std::uint64_t have = std::min(memory.available_bytes, memory.cgroup_left.value_or(UINT64_MAX));
-  seen += fmt::format("; the arenas take {} and the program up to {}", text_of_size(*required.memory_bytes),
-                      text_of_size(kOutsideArenas));
-  if (*required.memory_bytes + kOutsideArenas <= have) return ok("memory", seen);
+  const std::uint64_t arenas = *required.of_all_ranks(required.memory_bytes);
+  seen += fmt::format("; the arenas{} take {} and the program{} up to {}", of_ranks(required), text_of_size(arenas),
+                      required.ranks == 1 ? "" : "s", text_of_size(required.ranks * kOutsideArenas));
+  if (arenas + required.ranks * kOutsideArenas <= have) return ok("memory", seen);
   const char* repair = have == memory.available_bytes
                            ? "end other programs, or lower spillway.host_bytes and spillway.hbm_bytes"
                            : "raise the cgroup's limit (docker run --memory …, systemd: MemoryMax=), or lower "
                              "spillway.host_bytes and spillway.hbm_bytes";
   // What the engine refuses; the program may do with less than it may take.
-  if (*required.memory_bytes + kLeastOutside > have) return broken("memory", seen, repair);
+  if (arenas + required.ranks * kLeastOutside > have) return broken("memory", seen, repair);
   return slower("memory", seen, "a run may swap in the middle of a step, or be killed", repair);
 }
 
@@ -117,8 +122,9 @@ Finding check_overcommit(const MemoryInfo& memory, const RunRequirements& requir
   if (memory.overcommit != 2) return ok("overcommit", fmt::format("vm.overcommit_memory is {}", memory.overcommit));
   const std::string seen =
       fmt::format("vm.overcommit_memory is 2, which leaves {} to be mapped", text_of_size(memory.commit_left_bytes));
-  if (!required.memory_bytes || *required.memory_bytes < memory.commit_left_bytes) return ok("overcommit", seen);
-  return broken("overcommit", fmt::format("{}; the arenas take {}", seen, text_of_size(*required.memory_bytes)),
+  const auto arenas = required.of_all_ranks(required.memory_bytes);
+  if (!arenas || *arenas < memory.commit_left_bytes) return ok("overcommit", seen);
+  return broken("overcommit", fmt::format("{}; the arenas{} take {}", seen, of_ranks(required), text_of_size(*arenas)),
                 "sudo sysctl -w vm.overcommit_memory=0");
 }
 

@@ -12,6 +12,7 @@
 #include <cstring>
 #include <random>
 
+#include "spillway/rank_directory.h"
 #include "spillway/units.h"
 #include "swap/store_files.h"
 #include "swap/tile_store.h"
@@ -29,7 +30,7 @@ using drive::read_line;
 constexpr std::uint64_t kTrial = kMiB;
 constexpr const char* kBlockDevices = "/sys/class/block";
 
-void read_space(PathInfo& facts) {
+void read_space(PathInfo& facts, std::uint32_t ranks) {
   struct statvfs space {};
   if (::statvfs(facts.directory.c_str(), &space) != 0) return;
   facts.counts_space = space.f_blocks > 0;
@@ -38,6 +39,8 @@ void read_space(PathInfo& facts) {
   facts.free_bytes = std::uint64_t{space.f_bavail} * space.f_frsize;
   try {
     facts.store_bytes = TileStore::file_bytes(facts.path);
+    for (std::uint32_t r = 0; ranks > 1 && r < ranks; ++r)
+      facts.store_bytes += TileStore::file_bytes(directory_of_rank(facts.path, r));
   } catch (const Error&) {  // what is in its place will be said by a run
   }
 }
@@ -141,7 +144,7 @@ std::vector<DiskInfo> disks_of(const drive::DriveInfo& drive) {
   return disks;
 }
 
-PathInfo path_info(const fs::path& path, IoEngineKind engine) {
+PathInfo path_info(const fs::path& path, IoEngineKind engine, std::uint32_t ranks) {
   PathInfo facts;
   std::error_code error;
   facts.path = fs::canonical(path, error);
@@ -157,7 +160,7 @@ PathInfo path_info(const fs::path& path, IoEngineKind engine) {
                               error.value(), ""};
     return facts;
   }
-  read_space(facts);
+  read_space(facts, ranks);
   read_drive(facts);
   facts.quota_left = quota_left(facts.mount.source);
   try_file(facts, engine);

@@ -55,8 +55,8 @@ struct PathInfo {
   std::string hung = {};                        // what made no progress for half a minute, in the trial or the probe
 };
 
-// Everything but the probe. `engine`: the one that the configuration asks for.
-PathInfo path_info(const std::filesystem::path& path, IoEngineKind engine);
+// Everything but the probe. `engine`: the one that the configuration asks for; `ranks`: that have their stores there.
+PathInfo path_info(const std::filesystem::path& path, IoEngineKind engine, std::uint32_t ranks = 1);
 
 // What the drives behind a block device say of themselves now.
 std::vector<DiskInfo> disks_of(const drive::DriveInfo& drive);

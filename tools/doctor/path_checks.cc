@@ -18,6 +18,10 @@ namespace {
 
 using terminal::text_of_size;
 
+std::string store_takes(const RunRequirements& required) {
+  return required.ranks == 1 ? "the store takes" : fmt::format("the stores of {} ranks take", required.ranks);
+}
+
 // Findings about one path.
 class Path {
  public:
@@ -144,9 +148,9 @@ class Path {
     if (facts_.no_inodes) seen += ", and no inode for a file";
     // Several paths share a store; check_paths() judges that.
     const bool alone = required_.paths.size() <= 1;
-    if (alone && required_.store_bytes)
-      seen += fmt::format("; the store takes {}", text_of_size(*required_.store_bytes));
-    const std::uint64_t least = alone ? required_.store_bytes.value_or(kLeastRoom) : kLeastRoom;
+    const auto store = required_.of_all_ranks(required_.store_bytes);
+    if (alone && store) seen += fmt::format("; {} {}", store_takes(required_), text_of_size(*store));
+    const std::uint64_t least = alone ? store.value_or(kLeastRoom) : kLeastRoom;
     if (have >= least && !(full() && facts_.store_bytes == 0)) return ok("space", seen);
     broken("space", seen,
            facts_.quota_left && *facts_.quota_left < facts_.free_bytes
@@ -256,9 +260,10 @@ void check_room_of_all(std::span<const PathInfo> paths, const RunRequirements& r
   for (const PathInfo& path : paths) {
     have += std::min(path.free_bytes, path.quota_left.value_or(UINT64_MAX)) + path.store_bytes;
   }
-  const std::string seen = fmt::format("{} on all paths together; the store takes {}", text_of_size(have),
-                                       text_of_size(*required.store_bytes));
-  if (have >= *required.store_bytes) {
+  const std::uint64_t store = *required.of_all_ranks(required.store_bytes);
+  const std::string seen =
+      fmt::format("{} on all paths together; {} {}", text_of_size(have), store_takes(required), text_of_size(store));
+  if (have >= store) {
     findings.push_back({"", "space", Status::kOk, seen, "", ""});
   } else {
     findings.push_back({"", "space", Status::kBroken, seen, "",

@@ -18,6 +18,7 @@
 #include "tools/models/lora.h"
 #include "tools/models/trained_model.h"
 #include "tools/models/trainer.h"
+#include "tools/terminal/planned_config.h"
 #include "tools/terminal/remedies.h"
 
 namespace spillway::doctor {
@@ -38,13 +39,15 @@ void plan(const RequirementOptions& options, models::TrainedModel model, Config 
     return refuse(error);
   }
   if (config.lora.given()) models::add_adapters(model, config.lora);
-  const std::vector<ThreadShare> shares = share_threads(config.threads);
+  const std::vector<ThreadShare> shares = share_threads_among(device.type->on_cpu ? options.ranks : 1, config.threads);
   config.threads = threads_of(shares);
   try {
-    const models::Trainer trainer(
-        std::move(model),
-        models::trainer_options(config, device.here() ? device.kind() : DeviceKind::kHost, options.sequence));
-    const Plan made = make_plan(config, trainer.description(), static_cast<unsigned>(shares.size()));
+    models::TrainerOptions how =
+        models::trainer_options(config, device.here() ? device.kind() : DeviceKind::kHost, options.sequence);
+    how.rank_count = options.ranks;
+    const models::Trainer trainer(std::move(model), how);
+    const Plan made =
+        make_plan(config, trainer.description(), static_cast<unsigned>(shares.size()), {0, options.ranks});
     required.host_bytes = made.ledger.total(Placement::kHost);
     required.memory_bytes = *required.host_bytes + (device.type->on_cpu ? made.ledger.total(Placement::kHbm) : 0);
     required.store_bytes = made.ledger.total(Placement::kNvme);
@@ -62,7 +65,9 @@ RunRequirements requirements_of(const RequirementOptions& options) {
   AutoValues automatic;
   automatic.total_steps = kAnyTotalSteps;  // a schedule takes nothing of the machine
   if (!options.model.empty()) automatic.hidden_size = hidden_size_in(options.model);
-  const Config config = load_config(options.config, options.aio, automatic);
+  const Config config = terminal::read_for_ranks(
+      options.ranks, [&](std::uint32_t ranks) { return load_config(options.config, options.aio, automatic, ranks); });
+  required.ranks = options.ranks;
   required.paths = config.nvme_paths;
   required.engine = config.io_engine;
   required.block_bytes = config.io_block_bytes;

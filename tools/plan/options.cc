@@ -10,6 +10,7 @@
 #include "src/config/hidden_size.h"
 #include "src/config/reader.h"
 #include "tools/terminal/amount.h"
+#include "tools/terminal/planned_config.h"
 #include "tools/terminal/remedies.h"
 
 namespace spillway::planning {
@@ -76,7 +77,9 @@ class Reader {
         AutoValues automatic;
         automatic.total_steps = kAnyTotalSteps;  // a schedule takes nothing of the machine
         if (!typed_.model.empty()) automatic.hidden_size = hidden_size_in(typed_.model);
-        config = load_config(typed_.config, typed_.aio, automatic, options().ranks.all);
+        config = terminal::read_for_ranks(options().ranks.all, [&](std::uint32_t ranks) {
+          return load_config(typed_.config, typed_.aio, automatic, ranks);
+        });
       } catch (const std::exception& error) {
         result_.problems.emplace_back(terminal::message_of(error));
       }

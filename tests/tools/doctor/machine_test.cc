@@ -213,6 +213,19 @@ TEST(DoctorMachine, LimitsOfTheShell) {
   EXPECT_EQ(of(check_limits(limits, required), "file size").status, Status::kBroken);
 }
 
+TEST(DoctorMachine, RanksShareMemory) {
+  MemoryInfo memory = roomy();
+  RunRequirements required;
+  required.memory_bytes = 2 * kGiB;
+  memory.available_bytes = 4 * kGiB;
+  EXPECT_EQ(of(check_memory(memory, required), "memory").status, Status::kOk);
+  required.ranks = 2;
+  EXPECT_EQ(of(check_memory(memory, required), "memory").status, Status::kBroken);
+  EXPECT_THAT(of(check_memory(memory, required), "memory").seen, HasSubstr("the arenas of 2 ranks take 4 GiB"));
+  memory.address_space = 3 * kGiB;  // of each
+  EXPECT_EQ(of(check_memory(memory, required), "address space").status, Status::kOk);
+}
+
 TEST(DoctorMachine, ProcessorAndClock) {
   CpuInfo cpu{.target = "AVX2", .cpus = 8, .quota = {}, .nodes = {0}, .driver = "", .governor = "", .preference = ""};
   EXPECT_EQ(worst_of(check_cpu(cpu)), Status::kOk);

@@ -192,6 +192,18 @@ TEST(DoctorPath, PathsShareAStore) {
   EXPECT_THAT(of(check_paths(paths, required, {}), "paths").seen, HasSubstr("on the same drive, nvme0n1"));
 }
 
+TEST(DoctorPath, EachOfSeveralRanksHasAStore) {
+  PathInfo facts = healthy();
+  RunRequirements required;
+  required.paths = {facts.path};
+  required.ranks = 4;
+  required.store_bytes = 125 * kGiB;
+  EXPECT_THAT(of(check_path(facts, required), "space").seen, HasSubstr("the stores of 4 ranks take 500 GiB"));
+  EXPECT_EQ(of(check_path(facts, required), "space").status, Status::kOk);
+  *required.store_bytes += 1;
+  EXPECT_EQ(of(check_path(facts, required), "space").status, Status::kBroken);
+}
+
 TEST(DoctorPath, DriveGpuAndThreadsBelongOnOneNode) {
   std::vector<PathInfo> paths = {healthy()};
   paths[0].disks[0].node = 0;
