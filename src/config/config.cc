@@ -72,11 +72,16 @@ EffectiveConfig load_effective(std::span<const ConfigText> texts, const AutoValu
   return effective;
 }
 
-Config load_config(const std::filesystem::path& file, const std::filesystem::path& overlay, const AutoValues& automatic,
-                   std::uint32_t ranks) {
+EffectiveConfig load_effective_files(const std::filesystem::path& file, const std::filesystem::path& overlay,
+                                     const AutoValues& automatic, std::uint32_t ranks) {
   EffectiveConfig effective = read_config_files(file, overlay, automatic, ranks);
   log_notes(effective, ranks);
-  return std::move(effective.config);
+  return effective;
+}
+
+Config load_config(const std::filesystem::path& file, const std::filesystem::path& overlay, const AutoValues& automatic,
+                   std::uint32_t ranks) {
+  return load_effective_files(file, overlay, automatic, ranks).config;
 }
 
 std::string settings_json(const EffectiveConfig& effective) {

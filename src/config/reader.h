@@ -53,6 +53,9 @@ EffectiveConfig read_config(std::span<const ConfigText> texts, const AutoValues&
 EffectiveConfig load_effective(std::span<const ConfigText> texts, const AutoValues& automatic, std::uint32_t ranks = 1);
 EffectiveConfig read_config_files(const std::filesystem::path& file, const std::filesystem::path& overlay,
                                   const AutoValues& automatic, std::uint32_t ranks = 1);
+// The same, with its log lines: what load_config() reads.
+EffectiveConfig load_effective_files(const std::filesystem::path& file, const std::filesystem::path& overlay,
+                                     const AutoValues& automatic, std::uint32_t ranks = 1);
 
 // {"optimizer.params.lr": 0.0001, …}: the keys that decide something, but for those that are left to the plan.
 std::string settings_json(const EffectiveConfig& effective);

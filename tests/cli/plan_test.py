@@ -96,6 +96,21 @@ class Plan(CliTest):
         self.assertEqual("--read-rate", answer["rates"]["nvme_read"]["source"])
         self.assertEqual("typical", answer["rates"]["sync"]["source"])
 
+    def test_KeysThatAreNotPlannedForAreNamed(self):
+        model = self.place.init_model()
+        run = ["--model", model, "--seq", 32, *GIVEN, "--loop"]
+        keys = {"block_inputs": "cpu", "micro_batches_together": True, "logit_slices": 2, "block_slices": 2}
+        config = self.place.config(spillway_section=keys)
+        said = str(self.plan("--config", config, *run, "pytorch")["model"]["estimates"])
+        self.assertIn("as without ", said)
+        self.assertEqual(sorted(keys), sorted(re.findall(r"spillway\.(\w+_\w+)", said)))
+        self.assertEqual([], self.plan("--config", config, *run, "finetune")["model"]["estimates"])
+        config = self.place.config(activation_checkpointing={"cpu_checkpointing": True})
+        self.assertIn("cpu_checkpointing", str(self.plan("--config", config, *run, "pytorch")["model"]["estimates"]))
+        for section in ({}, {"block_inputs": "none", "logit_slices": 1}):
+            config = self.place.config(spillway_section=section)
+            self.assertNotIn("as without", str(self.plan("--config", config, *run, "pytorch")["model"]["estimates"]))
+
     def test_SaysWhatARankAHostAndAllTake(self):
         run = ["--params", "350M", "--nvme", "/nowhere", "--device", "cuda", *GIVEN]
         one = self.plan(*run)

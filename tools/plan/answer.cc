@@ -167,6 +167,10 @@ Report answer(PlanOptions options) {
   report.parameters = described.parameters;
   report.tokens = described.tokens * options.ranks.all;
   report.estimates = described.estimates;
+  if (report.run.loop == Loop::kPyTorch && !options.python_keys.empty()) {
+    report.estimates.push_back(
+        fmt::format("as without {}: what they change is not planned", fmt::join(options.python_keys, ", ")));
+  }
   if (options.model.empty()) {
     report.estimates.insert(report.estimates.begin(),
                             fmt::format("a GPT-2 of about {} parameters stands for the model", options.name));

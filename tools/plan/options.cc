@@ -2,7 +2,9 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <charconv>
+#include <iterator>
 
 #include "kernels/devices.h"
 #include "spillway/error.h"
@@ -77,9 +79,11 @@ class Reader {
         AutoValues automatic;
         automatic.total_steps = kAnyTotalSteps;  // a schedule takes nothing of the machine
         if (!typed_.model.empty()) automatic.hidden_size = hidden_size_in(typed_.model);
-        config = terminal::read_for_ranks(options().ranks.all, [&](std::uint32_t ranks) {
-          return load_config(typed_.config, typed_.aio, automatic, ranks);
+        const EffectiveConfig effective = terminal::read_for_ranks(options().ranks.all, [&](std::uint32_t ranks) {
+          return load_effective_files(typed_.config, typed_.aio, automatic, ranks);
         });
+        config = effective.config;
+        note_python_keys(effective);
       } catch (const std::exception& error) {
         result_.problems.emplace_back(terminal::message_of(error));
       }
@@ -90,6 +94,17 @@ class Reader {
     } else {
       problem("--device", fmt::format("\"{}\" is not known", typed_.device),
               fmt::format("it is {}", fmt::join(kDeviceNames, " or ")));
+    }
+  }
+
+  void note_python_keys(const EffectiveConfig& effective) {
+    constexpr std::string_view kKeys[] = {"spillway.block_inputs", "activation_checkpointing.cpu_checkpointing",
+                                          "spillway.micro_batches_together", "spillway.logit_slices",
+                                          "spillway.block_slices"};
+    for (const EffectiveKey& key : effective.keys) {
+      const bool set = !key.written.empty() && key.value != key.key->standard;
+      if (set && std::ranges::find(kKeys, key.key->path) != std::end(kKeys))
+        options().python_keys.emplace_back(key.key->path);
     }
   }
 

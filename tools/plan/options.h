@@ -30,6 +30,7 @@ struct TypedOptions {
 
 struct PlanOptions {
   Config config = {};  // with the budgets and paths of the command line put over those of the file
+  std::vector<std::string> python_keys = {};  // of the file: what Python's engine does by them is not planned
   std::filesystem::path model = {}, html = {};
   double parameters = 0;  // in place of a model
   std::string name = {};  // of the model, as it was typed
