@@ -111,6 +111,18 @@ class Plan(CliTest):
             config = self.place.config(spillway_section=section)
             self.assertNotIn("as without", str(self.plan("--config", config, *run, "pytorch")["model"]["estimates"]))
 
+    def test_AModelWhoseHeadsAreNotKnownIsRefused(self):
+        """Where the file does not say, transformers takes 8 for Mistral, 32 for Qwen and 4 for Gemma."""
+        for family in ("mistral", "qwen2", "qwen3", "gemma2", "gemma3_text"):
+            model = self.place.init_family(family)
+            about = json.loads((model / "config.json").read_text())
+            del about["num_key_value_heads"]
+            (model / "config.json").write_text(json.dumps(about))
+            for loop in ("pytorch", "finetune"):
+                with self.subTest(family=family, loop=loop):
+                    self.assert_refused(spillway("plan", "--model", model, "--seq", 32, *GIVEN, "--loop", loop),
+                                        '"num_key_value_heads" is missing')
+
     def test_SaysWhatARankAHostAndAllTake(self):
         run = ["--params", "350M", "--nvme", "/nowhere", "--device", "cuda", *GIVEN]
         one = self.plan(*run)

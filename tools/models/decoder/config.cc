@@ -145,6 +145,9 @@ DecoderConfig read_sizes(const ConfigJson& json, const Family& family) {
   model.vocabulary = json.size("vocab_size");
   model.positions = json.size("max_position_embeddings", 0);
   model.heads = json.size("num_attention_heads");
+  // null is as many as heads; where the key is not there, some families take a number that means nothing here.
+  if (!family.heads_as_heads && !json.has("num_key_value_heads") && !json.is_null("num_key_value_heads"))
+    json.refuse("\"num_key_value_heads\" is missing");
   model.kv_heads = json.size("num_key_value_heads", model.heads);
   if (model.heads % model.kv_heads != 0) {
     json.refuse(fmt::format("\"num_attention_heads\" {} is not a multiple of \"num_key_value_heads\" {}", model.heads,
@@ -245,9 +248,6 @@ DecoderConfig decoder_config(const ConfigJson& json) {
   const Family& family = family_of(json);
   DecoderConfig model = read_sizes(json, family);
   if (model.positions == 0) json.refuse("\"max_position_embeddings\" is missing");
-  // null is as many as heads; where the key is not there, some families take a number that means nothing here.
-  if (!family.heads_as_heads && !json.has("num_key_value_heads") && !json.is_null("num_key_value_heads"))
-    json.refuse("\"num_key_value_heads\" is missing");
   read_epsilon(json, family, model);
   if (is_gemma(family)) {
     read_gemma(json, model);
