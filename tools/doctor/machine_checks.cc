@@ -3,9 +3,12 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
+#include <numeric>
 #include <string_view>
 #include <utility>
+#include <vector>
 
 #include "aio/io_engine.h"
 #include "kernels/host_memory.h"
@@ -80,6 +83,16 @@ Finding check_lockable(const RingInfo& ring, const KernelInfo& kernel, const Run
 
 std::string of_ranks(const RunRequirements& required) {
   return required.ranks == 1 ? "" : fmt::format(" of {} ranks", required.ranks);
+}
+
+// Of a rank's store, which has one on each path: as the rates say, or as large on each, which is the least that it is.
+std::uint64_t largest_file(const RunRequirements& required) {
+  const auto store = static_cast<double>(required.store_bytes.value_or(0));
+  const auto paths = std::max<std::size_t>(1, required.paths.size());
+  double share = 1 / static_cast<double>(paths);
+  if (const std::vector<double>& rates = required.rates; rates.size() == paths)
+    share = std::ranges::max(rates) / std::accumulate(rates.begin(), rates.end(), 0.0);
+  return static_cast<std::uint64_t>(std::ceil(store * share));
 }
 
 Finding check_room(const MemoryInfo& memory, const RunRequirements& required) {
@@ -269,10 +282,11 @@ Findings check_limits(const LimitInfo& limits, const RunRequirements& required) 
   }
   if (!limits.file_bytes) return findings;
   const std::string seen = fmt::format("ulimit -f is {}", text_of_size(*limits.file_bytes));
-  if (required.store_bytes.value_or(0) > *limits.file_bytes) {
-    findings.push_back(broken("file size",
-                              fmt::format("{}, the store takes {}", seen, text_of_size(*required.store_bytes)),
-                              "ulimit -f unlimited"));
+  const std::uint64_t largest = largest_file(required);
+  if (largest > *limits.file_bytes) {
+    const char* what = required.paths.size() > 1 ? "the store's file on a path" : "the store";
+    findings.push_back(
+        broken("file size", fmt::format("{}, {} takes {}", seen, what, text_of_size(largest)), "ulimit -f unlimited"));
   } else {
     findings.push_back(ok("file size", seen));
   }

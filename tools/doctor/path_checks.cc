@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstdio>
+#include <set>
 #include <string_view>
 #include <system_error>
 #include <utility>
@@ -257,8 +258,11 @@ void check_shared_drives(std::span<const PathInfo> paths, Findings& findings) {
 void check_room_of_all(std::span<const PathInfo> paths, const RunRequirements& required, Findings& findings) {
   if (required.paths.size() < 2 || !required.store_bytes) return;
   std::uint64_t have = 0;
+  std::set<std::pair<unsigned, unsigned>> counted;  // file systems
   for (const PathInfo& path : paths) {
-    have += std::min(path.free_bytes, path.quota_left.value_or(UINT64_MAX)) + path.store_bytes;
+    have += path.store_bytes;
+    if (!path.mount.type.empty() && !counted.emplace(path.mount.major, path.mount.minor).second) continue;
+    have += std::min(path.free_bytes, path.quota_left.value_or(UINT64_MAX));
   }
   const std::uint64_t store = *required.of_all_ranks(required.store_bytes);
   const std::string seen =

@@ -69,6 +69,7 @@ RunRequirements requirements_of(const RequirementOptions& options) {
       options.ranks, [&](std::uint32_t ranks) { return load_config(options.config, options.aio, automatic, ranks); });
   required.ranks = options.ranks;
   required.paths = config.nvme_paths;
+  required.rates = config.nvme_rates;
   required.engine = config.io_engine;
   required.block_bytes = config.io_block_bytes;
   required.depth = config.io_depth;

@@ -31,6 +31,7 @@ struct RunRequirements {
   std::string remedy = {};   // the smallest change that fits, then
   std::string no_plan = {};  // why none was made of the model that is named; empty: it was
   std::vector<std::filesystem::path> paths = {};  // of the configuration
+  std::vector<double> rates = {};                 // of these, which a store is striped by; empty: not said
   IoEngineKind engine = IoEngineKind::kAuto;
   std::uint64_t block_bytes = 1 << 20;
   std::uint32_t depth = 32;

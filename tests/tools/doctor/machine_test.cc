@@ -211,6 +211,14 @@ TEST(DoctorMachine, LimitsOfTheShell) {
   RunRequirements required;
   required.store_bytes = 2 * kGiB;
   EXPECT_EQ(of(check_limits(limits, required), "file size").status, Status::kBroken);
+  required.paths = {"/mnt/a", "/mnt/b"};  // half of it on each
+  EXPECT_EQ(of(check_limits(limits, required), "file size").status, Status::kOk);
+  *required.store_bytes += 1;
+  EXPECT_THAT(of(check_limits(limits, required), "file size").seen,
+              HasSubstr("the store's file on a path takes 1.0 GiB"));
+  required.store_bytes = 2 * kGiB;
+  required.rates = {3, 1};
+  EXPECT_THAT(of(check_limits(limits, required), "file size").seen, HasSubstr("takes 1.5 GiB"));
 }
 
 TEST(DoctorMachine, RanksShareMemory) {

@@ -180,6 +180,7 @@ TEST(DoctorPath, PathsShareAStore) {
   std::vector<PathInfo> paths = {healthy(), healthy()};
   paths[1].path = paths[1].directory = "/mnt/other";
   paths[1].disks[0].drive.name = "nvme1n1";
+  paths[1].mount.minor = 1;
   RunRequirements required;
   required.paths = {paths[0].path, paths[1].path};
   required.store_bytes = 1000 * kGiB;
@@ -190,6 +191,13 @@ TEST(DoctorPath, PathsShareAStore) {
   EXPECT_EQ(find(check_paths(paths, required, {}), "paths"), nullptr);
   paths[1].disks[0].drive.name = "nvme0n1";
   EXPECT_THAT(of(check_paths(paths, required, {}), "paths").seen, HasSubstr("on the same drive, nvme0n1"));
+  paths[1].mount.minor = 0;  // and in one file system, whose space is both paths'
+  required.store_bytes = 500 * kGiB;
+  EXPECT_EQ(of(check_paths(paths, required, {}), "space").status, Status::kOk);
+  *required.store_bytes += 1;
+  EXPECT_EQ(of(check_paths(paths, required, {}), "space").status, Status::kBroken);
+  paths[1].store_bytes = 1;
+  EXPECT_EQ(of(check_paths(paths, required, {}), "space").status, Status::kOk);
 }
 
 TEST(DoctorPath, EachOfSeveralRanksHasAStore) {
