@@ -137,7 +137,8 @@ class Texts(Case):
     def test_LongDocumentsAreCutAsAsked(self):
         ids = self.expected(texts(1, SEED, 200))[0]
         file = self.file("a.jsonl", {"text": texts(1, SEED, 200)[0]})
-        room = len(ids) // 3
+        # A last piece of one token would be left out. Tokenizers are trained anew, and not always to the same tokens.
+        room = next(room for room in range(len(ids) // 3, 1, -1) if len(ids) % room != 1)
         self.assertEqual([ids[:room]], [d for d, _ in self.prepare(file, "--long", "truncate", seq=room).documents()])
         split = self.prepare(file, "--long", "split", seq=room, out="split")
         pieces = [d for d, _ in split.documents() if d[0] != 3]
