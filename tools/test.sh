@@ -6,7 +6,8 @@
 #   build-test   release, everything
 #   build-asan   address and undefined sanitizers; without benches, and without the rules of the house, which look at
 #                the source and not at the build; of each suite every other case, but for --full
-#   build-tsan   thread sanitizer; the tests of suite `threads`, likewise, and of each suite the other half
+#   build-tsan   thread sanitizer; the tests of suite `threads`, likewise, and of each suite the other half; without
+#                those of tools, but for --full
 #   build-fuzz   clang's libFuzzer, SPILLWAY_FUZZ_SECONDS (10) on each parser; see tests/fuzz
 # The build directories stay, so a second run only builds what changed. The last line counts the test programs' own
 # reports: `N passed, N failed, N skipped`. Fails when a test failed, when a build failed, or when a run ran nothing.
@@ -111,13 +112,14 @@ export SPILLWAY_PATIENCE=300
 echo "== address and undefined sanitizers"
 # The programs of sanitizers are large; lld links them in less than half of the time. Meson asks these when it sets up.
 export CXX="ccache clang++" CXX_LD=lld
-# A precompiled header of clang's names the files that it was made of; one that ccache has from a checkout that is gone
-# would be of no use, so these builds have none (-Db_pch=false).
+# A precompiled header of clang's names the files that it was made of. One that ccache has from a checkout that is gone
+# would be of no use; so what is made with one is left out of the cache.
+export CCACHE_SLOPPINESS=time_macros
 export ASAN_OPTIONS=abort_on_error=1:strict_string_checks=1:detect_stack_use_after_return=1
 export UBSAN_OPTIONS=halt_on_error=1:abort_on_error=1:print_stacktrace=1
 configure build-asan -Dcuda=disabled -Dbuildtype=debugoptimized -Doptimization=0 \
   "-Dcpp_args=-g1 -fsanitize-ignorelist=$PWD/tests/ubsan.ignore" -Db_sanitize=address,undefined \
-  -Db_lundef=false -Db_pch=false -Dunity=on -Dunity_size=16 || true
+  -Db_lundef=false -Dunity=on -Dunity_size=16 || true
 half 0
 run "$still" build-asan --no-suite bench --no-suite house --no-suite full --timeout-multiplier 5
 
@@ -125,9 +127,9 @@ echo "== thread sanitizer"
 export TSAN_OPTIONS="halt_on_error=1:abort_on_error=1:second_deadlock_stack=1:suppressions=$PWD/tests/tsan.supp"
 # -O1 costs the build little and saves the run a lot.
 configure build-tsan -Dcuda=disabled -Dbuildtype=debugoptimized -Doptimization=1 -Dcpp_args=-g1 \
-  -Db_sanitize=thread -Db_lundef=false -Db_pch=false -Dunity=on -Dunity_size=16 || true
+  -Db_sanitize=thread -Db_lundef=false -Dunity=on -Dunity_size=16 || true
 half 1
-run "$still" build-tsan --suite threads --no-suite bench --timeout-multiplier 10
+run "$still" build-tsan --suite threads --no-suite bench ${few:+--no-suite tools} --timeout-multiplier 10
 
 echo "== fuzzers"
 unset GTEST_TOTAL_SHARDS GTEST_SHARD_INDEX
