@@ -88,6 +88,7 @@ class Error : public std::runtime_error {
 
 }  // namespace spillway
 
+// The file is asked for after preprocessing, whose output so does not depend on where the source lies.
 #define SPILLWAY_CHECK(expression, why)                 \
   (static_cast<bool>(expression) ? static_cast<void>(0) \
-                                 : ::spillway::check_failed(__FILE__, __LINE__, #expression, why))
+                                 : ::spillway::check_failed(__builtin_FILE(), __LINE__, #expression, why))

@@ -135,7 +135,7 @@ const PanelGemm::Kernel& PanelGemm::find(const Shape& shape) const {
   for (const auto& kernel : kernels_) {
     if (kernel->shape == shape) return *kernel;
   }
-  check_failed(__FILE__, __LINE__, "prepared", "a GEMM shape must be prepared before it is run");
+  check_failed(__builtin_FILE(), __LINE__, "prepared", "a GEMM shape must be prepared before it is run");
 }
 
 void PanelGemm::run(const Shape& shape, unsigned slot, const void* a, const void* panel, float* c,
